@@ -53,19 +53,16 @@ def make_env(env_id):
         raise ValueError(f"--env-id {env_id} is unknown, gymnax has: {known}")
     try:
         env, env_params = gymnax.make(env_id)
-        discrete = isinstance(env.action_space(env_params), spaces.Discrete)
-        array = isinstance(env.observation_space(env_params), spaces.Box)
+        if not isinstance(env.action_space(env_params), spaces.Discrete):
+            raise ValueError("its actions are not discrete")
+        if not isinstance(env.observation_space(env_params), spaces.Box):
+            raise ValueError("its observations are not arrays")
         env = LogWrapper(FlattenObservationWrapper(env))
-        jax.eval_shape(
-            lambda key: env.step(key, env.reset(key)[1], 0), jax.random.key(0)
-        )
+        # Traces a reset and a step without running them.
+        jax.eval_shape(lambda key: reset(env, key[None]), jax.random.key(0))
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"--env-id {env_id} does not work here: {reason}") from error
-    if not (discrete and array):
-        raise ValueError(
-            f"--env-id {env_id} needs discrete actions, array observations"
-        )
     return env
 
 

@@ -207,16 +207,10 @@ class Transition(NamedTuple):
     action: jax.Array  # (N,)
     log_prob: jax.Array  # (N,) of the action, under the policy that took it
     reward: jax.Array  # (N,)
-    terminated: jax.Array  # (N,) the task ended: nothing can be earned after this step
-    truncated: (
-        jax.Array
-    )  # (N,) the time limit cut the episode: more could have been earned
-    final_observation: (
-        jax.Array
-    )  # (N, O) what the step led to, before an automatic reset
-    episode_return: (
-        jax.Array
-    )  # (N,) undiscounted, of the episode that ended here, if one did
+    terminated: jax.Array  # (N,) the task ended: after this nothing can be earned
+    truncated: jax.Array  # (N,) cut by the time limit: more could have been earned
+    final_observation: jax.Array  # (N, O) what the step led to, before any reset
+    episode_return: jax.Array  # (N,) undiscounted, of the episode that ended, if any
 
     @property
     def done(self):

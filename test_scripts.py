@@ -23,6 +23,7 @@ import ppo_eqx
 import ppo_flax
 
 FOLDER = Path(__file__).parent
+README = (FOLDER / "README.md").read_text()
 SCRIPTS = {"eqx": ppo_eqx, "flax": ppo_flax}
 both = pytest.mark.parametrize("ppo", SCRIPTS.values(), ids=SCRIPTS.keys())
 
@@ -655,7 +656,7 @@ def test_default_run_learns_prints_and_saves(ppo, capsys, monkeypatch, tmp_path)
         return train(*args)
 
     monkeypatch.setattr(ppo, "train", counting_train)
-    path = tmp_path / "policy"
+    path = tmp_path / "policy.eqx"
     ppo.main(ppo.Args(seed=1, save_path=path))
     assert len(traces) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -666,7 +667,7 @@ def test_default_run_learns_prints_and_saves(ppo, capsys, monkeypatch, tmp_path)
     assert any(re.match(r"run .* s, \d+ environment steps/s", line) for line in lines)
     for name in ("greedy", "sampled"):
         assert f"100 {name} episodes: return 500.0 +- 0.0, min 500.0" in lines
-    assert [file.name for file in tmp_path.iterdir()] == ["policy"]
+    assert [file.name for file in tmp_path.iterdir()] == ["policy.eqx"]
 
     # The saved policy keeps the pole up until the time limit and never fails.
     args = ppo.Args(num_steps=1024)
@@ -678,11 +679,43 @@ def test_default_run_learns_prints_and_saves(ppo, capsys, monkeypatch, tmp_path)
     assert set(np.asarray(transitions.episode_return[transitions.done])) == {500.0}
 
 
+def readme_block(start):
+    """The code block of the README that starts so."""
+    (block,) = re.findall(rf"^```python\n({start}.*?)^```", README, re.M | re.S)
+    return block
+
+
+LOADS = {
+    ppo_eqx: ("policy.eqx", "import equinox", (("4, 2,", "4, 3,"), ("4, 2,", "6, 2,"))),
+    ppo_flax: (
+        "policy.msgpack", "import flax", (("actions=2", "actions=3"), ("(4)", "(6)"))
+    ),
+}  # fmt: skip
+
+
+@both
+def test_lines_of_the_readme_load_and_act_and_refuse_other_sizes(
+    ppo, monkeypatch, tmp_path
+):
+    name, first_words, changes = LOADS[ppo]
+    monkeypatch.chdir(tmp_path)
+    ppo.save(Path(name), trained(ppo, small(ppo), 3)[0].train_state)
+    names = {}
+    exec(readme_block(first_words), names)
+    logits, _ = network(ppo, trained(ppo, small(ppo), 3)[0].train_state)(
+        np.zeros((1, 4))
+    )
+    assert names["action"] == logits[0].argmax()
+    for before, after in changes:
+        assert before in readme_block(first_words)
+        with pytest.raises((RuntimeError, flax.errors.ScopeParamShapeError)):
+            exec(readme_block(first_words).replace(before, after), {})
+
+
 def load(ppo, path, train_state):
     """The train state with saved parameters."""
     if ppo is ppo_eqx:
-        model = ppo.eqx.tree_deserialise_leaves(path, train_state.model)
-        params = ppo.eqx.filter(model, ppo.eqx.is_inexact_array)
+        params = ppo.eqx.tree_deserialise_leaves(path, train_state.params)
         return dataclasses.replace(train_state, params=params)
     params = flax.serialization.from_bytes(train_state.params, path.read_bytes())
     return train_state.replace(params=params)

@@ -170,10 +170,10 @@ class ActorCritic(eqx.Module):
     def __init__(self, obs_size, num_actions, activation, *, key):
         actor_key, critic_key = jax.random.split(key)
         self.actor = make_mlp(obs_size, num_actions, 0.01, activation, key=actor_key)
-        self.critic = make_mlp(obs_size, "scalar", 1.0, activation, key=critic_key)
+        self.critic = make_mlp(obs_size, 1, 1.0, activation, key=critic_key)
 
     def __call__(self, obs):
-        return self.actor(obs), self.critic(obs)
+        return self.actor(obs), self.critic(obs).squeeze(-1)
 
 
 class TrainState(eqx.Module):

@@ -97,8 +97,8 @@ class Args(ppo_eqx.Args, Cluster):
             raise ValueError(
                 f"--num-seeds must be from 1 to 2^32 - seed, not {self.num_seeds}"
             )
-        if not self.variants:
-            raise ValueError("--variants needs one at least")
+        if not self.variants or len(set(self.variants)) < len(self.variants):
+            raise ValueError("--variants needs at least one, and each only once")
         if self.plot_only and not self.output_dir:
             raise ValueError("--plot-only needs the --output-dir of a run")
 
@@ -285,17 +285,8 @@ def first_iteration(runner_state, variant, args):
     after, _ = ppo.train(runner_state, args, 1)
     layout = map(flax_layout, (train_state.params, grads, after.train_state.params))
     weights, grads, after = layout
-    return (
-        weights,
-        steps.action,
-        steps.obs,
-        logits,
-        values,
-        advantages,
-        loss,
-        grads,
-        after,
-    )
+    first_steps = (steps.action, steps.obs, logits, values, advantages)
+    return (weights, *first_steps, loss, grads, after)
 
 
 RUNGS = (
@@ -400,10 +391,7 @@ def results_table(args, results):
         dips = np.where(metrics["min_return"] < 500, steps, 0).max(axis=1)
         medians = np.median([reached, np.where(lowest < 500, np.inf, dips)], axis=1)
         row = [variant, f"{returns.mean():.1f} ({low:.1f} to {high:.1f})"]
-        row += [
-            f"{np.sum(lowest >= 500)}/{len(lowest)}",
-            f"{np.fmin.reduce(lowest):.0f}",
-        ]
+        row += [f"{np.sum(lowest >= 500)}/{len(lowest)}", f"{lowest.min():.0f}"]
         row += [f"{x:.0f}".replace("inf", "never") for x in medians]
         row += [f"{result[x].mean():.1f}" for x in ("sampled", "greedy")]
         row += [f"{result[x]:.1f}" for x in ("compile_seconds", "run_seconds")]

@@ -856,6 +856,21 @@ def test_a_lane_is_the_script_alone_bit_for_bit():
         assert_same_bits(returns, result("equinox")[name][lane])
 
 
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_lanes_are_mapped_on_a_cpu_and_vmapped_elsewhere(backend, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    lanes = jnp.arange(4.0 * jax.device_count()).reshape(-1, 4)
+    shapes = []
+
+    def double(x):
+        shapes.append(x.shape)
+        return 2 * x
+
+    compiled = compare.compile_for_all(double, lanes)
+    np.testing.assert_array_equal(compiled(lanes), 2 * lanes)
+    assert ("while" in compiled.as_text()) == (backend == "cpu") and shapes[0] == (4,)
+
+
 def test_only_the_bug_loses_the_state_of_adam():
     for variant in compare.COLORS:
         opt_state = result(variant)["opt_state"]
@@ -993,7 +1008,8 @@ BAD_COMPARE_FLAGS = {
     "--num-seeds 2 --seed 4294967295": "--num-seeds must be from 1",
     "--gamma 2": "--gamma must be from 0 to 1",
     "--variants haiku": "'equinox-flax-order'",
-    "--variants": "--variants needs one at least",
+    "--variants": "--variants needs at least one, and each only once",
+    "--variants flax flax": "--variants needs at least one, and each only once",
     "--plot-only": "--plot-only needs the --output-dir",
     "--save-path policy": "--save-path",
     "--num-processes 2": "go together",

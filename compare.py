@@ -210,10 +210,8 @@ def run(variant, args):
         run_seconds = time.perf_counter() - start
         speed = done * args.batch_size * args.num_seeds / run_seconds
         number = f"{args.variants.index(variant) + 1} of {len(args.variants)}"
-        progress(
-            f"{variant} ({number}): iteration {done} of {args.num_iterations}, "
-            f"{speed:.0f} steps/s"
-        )
+        where = f"iteration {done} of {args.num_iterations}, {speed:.0f} steps/s"
+        progress(f"{variant} ({number}): {where}", last=done == args.num_iterations)
     greedy, sampled = gather(compile_for_all(evaluate, lanes)(lanes)).swapaxes(0, 1)
     return dict(
         metrics=jax.tree.map(lambda *x: np.concatenate(x, axis=1), *chunks),
@@ -227,10 +225,10 @@ def run(variant, args):
     )
 
 
-def progress(text):
+def progress(text, last):
     """Show what runs now: in place on a terminal, else line by line."""
     if jax.process_index() == 0:
-        end = "\r" if sys.stderr.isatty() else "\n"
+        end = "\r" if sys.stderr.isatty() and not last else "\n"
         print(f"{text:<79}", end=end, file=sys.stderr, flush=True)
 
 

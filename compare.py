@@ -1,3 +1,17 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "jax>=0.8,<0.12",
+#     "equinox>=0.13.2,<0.14",
+#     "flax>=0.12,<0.13",
+#     "optax>=0.2.6,<0.3",
+#     "gymnax>=1.0.1,<1.1",
+#     "six>=1.16,<2",  # gymnax 1.0.1 imports it and does not declare it
+#     "tyro>=1.0,<1.1",
+#     "numpy>=2.0,<3",
+#     "matplotlib>=3.9,<4",
+# ]
+# ///
 """Both scripts on the same seeds from the same weights: where they part, and how far.
 
     python compare.py
@@ -164,7 +178,8 @@ def compile_for_all(function, lanes):
     """Compile a function of one lane to take all, spread over all devices.
 
     On a CPU each device takes its lanes one after another: faster there than vmap, and
-    a lane has exactly the bits of the script alone. Accelerators take them together.
+    a lane has exactly the bits of the script alone (but with relu, XLA may round a sum
+    otherwise in a program for several devices). Accelerators take them together.
     """
     on_cpu = jax.default_backend() == "cpu"
     several = functools.partial(jax.lax.map, function) if on_cpu else jax.vmap(function)

@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import tomllib
 
 import flax
 import jax
@@ -655,28 +656,28 @@ def readme_block(start):
 
 
 LOADS = {
-    ppo_eqx: ("policy.eqx", "import equinox", (("4, 2,", "4, 3,"), ("4, 2,", "6, 2,"))),
-    ppo_flax: (
-        "policy.msgpack", "import flax", (("actions=2", "actions=3"), ("(4)", "(6)"))
-    ),
-}  # fmt: skip
+    ppo_eqx: ("policy.eqx", "import equinox as eqx, jax", ("4, 2,", "4, 3,")),
+    ppo_flax: ("policy.msgpack", "import flax", ("actions=2", "actions=3")),
+}
 
 
 @both
 def test_lines_of_the_readme_load_and_act_and_refuse_other_sizes(
     ppo, monkeypatch, tmp_path
 ):
-    name, first_words, changes = LOADS[ppo]
+    name, first_words, wrong_actions = LOADS[ppo]
     monkeypatch.chdir(tmp_path)
-    ppo.save(Path(name), trained(ppo, small(ppo), 3)[0].train_state)
-    names = {}
-    exec(readme_block(first_words), names)
-    logits, _ = network(trained(ppo, small(ppo), 3)[0].train_state)(np.zeros((1, 4)))
+    train_state = trained(ppo, small(ppo), 3)[0].train_state
+    ppo.save(Path(name), train_state)
+    names, lines = {}, readme_block(first_words)
+    exec(lines, names)
+    logits, _ = network(train_state)(np.zeros((1, 4)))
     assert names["action"] == logits[0].argmax()
-    for before, after in changes:
-        assert before in readme_block(first_words)
+    wrong_obs = ("4, 2,", "6, 2,") if ppo is ppo_eqx else ("zeros(4)", "zeros(6)")
+    for before, after in (wrong_actions, wrong_obs):
+        assert before in lines
         with pytest.raises((RuntimeError, flax.errors.ScopeParamShapeError)):
-            exec(readme_block(first_words).replace(before, after), {})
+            exec(lines.replace(before, after), {})
 
 
 def load(ppo, path, train_state):
@@ -1083,6 +1084,147 @@ def test_csv_that_is_not_ours_or_cut_off_is_refused(tmp_path):
         with pytest.raises(SystemExit, match=message):
             compare.main(args)
         assert not (tmp_path / "compare.png").exists()
+
+
+# README
+
+
+README_CHECKS = re.findall(
+    r"^\*\*(\d+)\. (.*?)^```python\n(.*?)\n```", README, re.M | re.S
+)
+
+
+def check_passes(number, names):
+    """Run a check of the README on these names."""
+    code = {int(n): code for n, _, code in README_CHECKS}[number]
+    try:
+        exec(code, dict(eqx=ppo_eqx.eqx, jax=jax, jnp=jnp, optax=optax) | names)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_lines_that_the_readme_quotes_are_in_the_scripts():
+    assert len(README_CHECKS) == 12
+    source = Path(ppo_eqx.__file__).read_text() + Path(compare.__file__).read_text()
+    for number, text, _ in README_CHECKS:
+        quoted = re.findall(r"`([^`]+)`", text.partition("Ours")[2])
+        assert any(len(line) > 20 and line in source for line in quoted), number
+
+
+def test_checks_of_the_readme_flag_the_fault_and_pass_on_the_scripts():
+    args = small(ppo_eqx)
+    first = start(ppo_eqx, args)
+    state, _ = trained(ppo_eqx, args, 3)
+    before, after = first.train_state, state.train_state
+    model, old_model = after.model, before.model
+    found = {}
+
+    def check(number, good, bad):
+        found[number] = check_passes(number, good), check_passes(number, good | bad)
+
+    bug = compare.NoOptState(**vars(before))
+    grads = jax.tree.map(jnp.ones_like, before.params)
+    check(
+        1,
+        dict(before=before, after=after),
+        dict(after=bug.apply_gradients(grads=grads)),
+    )
+
+    _, steps = jax.jit(ppo_eqx.rollout, static_argnames="args")(state, args)
+    obs, action, log_prob = (
+        x.reshape(-1, *x.shape[2:]) for x in (steps.obs, steps.action, steps.log_prob)
+    )
+    recorded = dict(obs=obs, action=action, log_prob=log_prob)
+    check(2, dict(model=model, **recorded), dict(model=old_model))
+
+    check(3, dict(params=after.params), dict(params=model))
+    updates, _ = after.tx.update(grads, after.opt_state, after.params)
+    check(4, dict(params=after.params, updates=updates), dict(params=model))
+
+    default = ppo_eqx.eqx.nn.MLP(4, 2, 64, 2, key=jax.random.key(0))
+    default = ppo_eqx.eqx.tree_at(lambda model: model.actor, old_model, default)
+    weights = (model.actor.layers[1].weight for model in (old_model, default))
+    check(5, *(dict(weight=weight) for weight in weights))
+
+    params = flax_layout(after.params)
+    layers = dict(params["params"]["actor"])
+    layers["layers_2"] = layers["layers_2"] | {"kernel": layers["layers_2"]["kernel"].T}
+    copied = {"params": params["params"] | {"actor": layers}}
+    flax_network = ppo_flax.ActorCritic(num_actions=2, activation="tanh")
+    good = dict(model=model, network=flax_network, params=params, obs=obs)
+    check(6, good, dict(params=copied))
+
+    _, value = network(after)(obs)
+    check(7, dict(value=value, target=jnp.zeros(len(obs))), dict(value=value[:, None]))
+
+    rng = np.random.default_rng(0)
+    reward, terminated, truncated, values, final_values = random_steps(rng)
+    ends = dict(reward=reward, terminated=terminated, truncated=truncated)
+    transitions = make_transitions(ppo_eqx, **ends)
+    targets = [
+        ppo_eqx.compute_gae(transitions, values, final_values, args)[1]
+        for args in (ppo_eqx.Args(), ppo_eqx.Args(bootstrap_truncated=False))
+    ]
+    check(8, dict(targets=targets[0], **ends), dict(targets=targets[1]))
+    check(9, dict(done=transitions.done, **ends), dict(done=transitions.terminated))
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    permutations = jax.vmap(lambda key: jax.random.permutation(key, 128))(keys)
+    same = jax.vmap(lambda key: jax.random.permutation(keys[0], 128))(keys)
+    check(10, dict(permutations=permutations), dict(permutations=same))
+
+    # The last iteration is 16 gradient steps, of 8 * 16 in all.
+    @jax.jit
+    def around_last_iteration(train_state):
+        step = lambda train_state, _: (train_state.apply_gradients(grads=grads), None)
+        train_state, _ = jax.lax.scan(step, train_state, length=7 * 16)
+        return train_state, jax.lax.scan(step, train_state, length=16)[0]
+
+    schedule = optax.linear_schedule(args.learning_rate, 0.0, args.num_iterations)
+    tx = optax.adam(schedule)
+    fault = dataclasses.replace(before, tx=tx, opt_state=tx.init(before.params))
+    good, bad = (
+        dict(zip(("before", "after"), around_last_iteration(train_state)))
+        for train_state in (before, fault)
+    )
+    check(11, good, bad)
+
+    env, _ = ppo_eqx.gymnax.make("CartPole-v1")
+    key = jax.random.key(0)
+    step = dict(env=env, key=key, env_state=env.reset(key)[1], action=0)
+
+    class OldEnv:
+        def step(self, *args):
+            return env.step(*args)[:5]
+
+    check(12, step, dict(env=OldEnv()))
+    assert found == dict.fromkeys(range(1, 13), (True, False))
+
+
+def test_lines_of_the_readme_that_watch_the_policy(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("pygame")
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    monkeypatch.setenv("SDL_AUDIODRIVER", "dummy")
+    monkeypatch.chdir(tmp_path)
+    ppo_eqx.save(Path("policy.eqx"), start(ppo_eqx, small(ppo_eqx)).train_state)
+    exec(readme_block("import equinox as eqx, gymnasium"), {})
+    assert (tmp_path / "cartpole.gif").read_bytes().startswith(b"GIF89a")
+    assert "Gymnasium, greedy: " in capsys.readouterr().out
+
+
+def test_metadata_of_the_scripts_is_requirements_txt():
+    lines = (FOLDER / "requirements.txt").read_text().splitlines()
+    lines = [line.partition("#")[0].strip() for line in lines]
+    needed = [x for x in lines if x and not re.match("pytest|ruff", x)]
+    for name in ("ppo_eqx.py", "ppo_flax.py", "compare.py"):
+        source = (FOLDER / name).read_text()
+        # The regular expression of PEP 723.
+        block = re.search(
+            r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$", source
+        )
+        content = "".join(line[2:] for line in block["content"].splitlines(True))
+        assert tomllib.loads(content)["dependencies"] == needed
 
 
 # Siblings

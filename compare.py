@@ -471,7 +471,7 @@ def from_csv(text):
 
 def plot(args, metrics, steps_per_iteration):
     """PNG: the returns of all seeds, and how far Equinox's metrics are from Flax's."""
-    figure = Figure(figsize=(10, 4), dpi=160, layout="constrained")
+    figure = Figure(figsize=(10, 4), dpi=130, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     for variant, columns in metrics.items():
         size = math.ceil(columns["loss"].shape[1] / 100)
@@ -502,9 +502,8 @@ def plot(args, metrics, steps_per_iteration):
         )
         color, label = COLORS[variant], variant
         if distances.any():
-            right.set_yscale(
-                "symlog", linthresh=distances[distances > 0].min(), linscale=2
-            )
+            decade = math.floor(math.log10(distances[distances > 0].min()))
+            right.set_yscale("symlog", linthresh=10.0**decade)
             right.plot(distances.T, color=color, lw=0.7, alpha=0.4)
         else:
             label += ": identical"

@@ -195,9 +195,7 @@ def create_train_state(key, obs, num_actions, args):
     tx = make_optimizer(args)
     network = ActorCritic(num_actions, args.activation)
     params = network.init(key, obs)
-    train_state = TrainState.create(apply_fn=network.apply, params=params, tx=tx)
-    # An array, not the Python 0 it starts with, or `train` compiles a second time.
-    return train_state.replace(step=jnp.zeros((), int))
+    return TrainState.create(apply_fn=network.apply, params=params, tx=tx)
 
 
 def make_optimizer(args):

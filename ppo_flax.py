@@ -51,6 +51,7 @@ from gymnax.environments import spaces
 from gymnax.wrappers import FlattenObservationWrapper, LogWrapper
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import tyro
 
@@ -481,11 +482,13 @@ LOSSES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 
 def report(step, metrics, steps_per_second):
     """Print a line on the metrics (iterations_per_report,) of one call of `train`."""
-    episodes = metrics["episodes"]
-    mean_return = jnp.nansum(metrics["episode_return"] * episodes) / episodes.sum()
-    returns = f"{mean_return:8.1f}{jnp.nanmin(metrics['min_return']):8.1f}"
+    metrics = jax.device_get(metrics)
+    returns = f"{'-':>8}{'-':>8}"
+    if (ended := metrics["episodes"] > 0).any():
+        weights = metrics["episodes"][ended]
+        mean_return = np.average(metrics["episode_return"][ended], weights=weights)
+        returns = f"{mean_return:8.1f}{metrics['min_return'][ended].min():8.1f}"
     losses = [f"{metrics[name].mean():{len(name)}.4f}" for name in LOSSES]
-    returns = returns.replace("nan", "  -")
     print(f"{step:8}{returns}", *losses, f"{steps_per_second:8.0f}", flush=True)
 
 

@@ -1,15 +1,15 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "jax>=0.8,<0.12",
+#     "jax>=0.10,<0.12",
 #     "equinox>=0.13.2,<0.14",
 #     "flax>=0.12,<0.13",
 #     "optax>=0.2.6,<0.3",
 #     "gymnax>=1.0.1,<1.1",
 #     "six>=1.16,<2",  # gymnax 1.0.1 imports it and does not declare it
-#     "tyro>=1.0,<1.1",
+#     "tyro>=1.0.16,<1.1",
 #     "numpy>=2.0,<3",
-#     "matplotlib>=3.9,<4",
+#     "matplotlib>=3.10.8,<4",
 # ]
 # ///
 """Both scripts on the same seeds from the same weights: where they part, and how far.

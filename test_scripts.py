@@ -21,7 +21,6 @@ import pytest
 import tyro
 
 import compare
-from compare import flax_layout, loss_and_grads, network
 import ppo_eqx
 import ppo_flax
 
@@ -188,7 +187,7 @@ def test_no_flag_is_left_out():
 @both
 def test_initial_weights_are_orthogonal(ppo):
     params = start(ppo, small(ppo)).train_state.params
-    params = flax_layout(params) if ppo is ppo_eqx else params
+    params = compare.flax_layout(params) if ppo is ppo_eqx else params
     for name, out_scale in (("actor", 0.01), ("critic", 1.0)):
         layers = params["params"][name]
         scales = (2**0.5, 2**0.5, out_scale)
@@ -223,12 +222,12 @@ def test_recorded_log_probs_are_those_of_the_policy_that_acted(ppo):
     runner_state, _ = trained(ppo, args, 3)
     _, transitions = jax.jit(ppo.rollout, static_argnames="args")(runner_state, args)
     obs = transitions.obs.reshape(-1, 4)
-    logits, _ = network(runner_state.train_state)(obs)
+    logits, _ = compare.network(runner_state.train_state)(obs)
     log_probs = jax.nn.log_softmax(logits)
     log_prob = log_probs[jnp.arange(len(obs)), transitions.action.reshape(-1)]
     np.testing.assert_allclose(log_prob, transitions.log_prob.reshape(-1), atol=1e-6)
     # A policy from before the last update acts otherwise.
-    logits, _ = network(start(ppo, args).train_state)(obs)
+    logits, _ = compare.network(start(ppo, args).train_state)(obs)
     assert np.abs(jax.nn.log_softmax(logits) - log_probs).max() > 1e-3
 
 
@@ -398,9 +397,9 @@ def test_loss_against_numpy(ppo, norm_adv, clip_vloss):
     args = ppo.Args(norm_adv=norm_adv, clip_vloss=clip_vloss, clip_coef=0.1)
     train_state = start(ppo, small(ppo)).train_state
     batch = random_batch(ppo)
-    loss, metrics, _ = loss_and_grads(train_state, batch, args)
+    loss, metrics, _ = compare.loss_and_grads(train_state, batch, args)
 
-    logits, value = jax.device_get(network(train_state)(batch.obs))
+    logits, value = jax.device_get(compare.network(train_state)(batch.obs))
     old = jax.device_get(batch)
     probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     ratio = np.array([p[a] for p, a in zip(probs, old.action)]) / np.exp(old.log_prob)
@@ -472,7 +471,7 @@ def test_ratio_is_one_in_the_first_minibatch_only(ppo, monkeypatch):
     train_state = start(ppo, args).train_state
     batch = random_batch(ppo, args.batch_size)
     seen = record_minibatches(ppo, monkeypatch)
-    logits, value = network(train_state)(batch.obs)
+    logits, value = compare.network(train_state)(batch.obs)
     log_prob = jax.nn.log_softmax(logits)[jnp.arange(args.batch_size), batch.action]
     batch = batch._replace(log_prob=log_prob, value=value)
     jax.jit(lambda x: ppo.update(x, batch, jax.random.key(0), args))(train_state)
@@ -486,10 +485,10 @@ def test_ratio_is_exactly_one_at_the_old_policy(ppo):
     args = small(ppo)
     train_state = start(ppo, args).train_state
     batch = random_batch(ppo)
-    logits, _ = network(train_state)(batch.obs)
+    logits, _ = compare.network(train_state)(batch.obs)
     log_prob = jax.nn.log_softmax(logits)[jnp.arange(len(logits)), batch.action]
     batch = batch._replace(log_prob=log_prob)
-    _, metrics, _ = loss_and_grads(train_state, batch, args)
+    _, metrics, _ = compare.loss_and_grads(train_state, batch, args)
     assert metrics["approx_kl"] == 0 and metrics["clip_fraction"] == 0
     advantage = batch.advantage
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
@@ -602,7 +601,7 @@ def test_evaluation_measures_each_episode_to_its_own_end_once(ppo, greedy):
     expected, running = np.zeros(3), np.ones(3, bool)
     while running.any():
         action_key, step_key, key = jax.random.split(key, 3)
-        logits, _ = network(train_state)(obs)
+        logits, _ = compare.network(train_state)(obs)
         action = jax.random.categorical(action_key, logits)
         action = logits.argmax(axis=1) if greedy else action
         step_keys = jax.random.split(step_key, 3)
@@ -673,7 +672,7 @@ def test_lines_of_the_readme_load_and_act_and_refuse_other_sizes(
     ppo.save(Path(name), train_state)
     names, lines = {}, readme_block(first_words)
     exec(lines, names)
-    logits, _ = network(train_state)(np.zeros((1, 4)))
+    logits, _ = compare.network(train_state)(np.zeros((1, 4)))
     assert names["action"] == logits[0].argmax()
     wrong_obs = ("4, 2,", "6, 2,") if ppo is ppo_eqx else ("zeros(4)", "zeros(6)")
     for before, after in (wrong_actions, wrong_obs):
@@ -729,7 +728,7 @@ def shared_start():
     """Arguments and runner states of both scripts with Equinox's initial weights."""
     args = small(ppo_eqx)
     eqx_state, flax_state = start(ppo_eqx, args), start(ppo_flax, small(ppo_flax))
-    params = flax_layout(eqx_state.train_state.params)
+    params = compare.flax_layout(eqx_state.train_state.params)
     shapes = jax.tree.map(jnp.shape, flax_state.train_state.params)
     assert jax.tree.map(jnp.shape, params) == shapes
     train_state = flax_state.train_state.replace(params=params)
@@ -747,15 +746,15 @@ def test_same_weights_give_the_same_outputs_loss_and_gradients():
     args, eqx_state, flax_state = shared_start()
     batch = random_batch(ppo_eqx)
     results = [
-        (*network(state.train_state)(batch.obs),
-         *loss_and_grads(state.train_state, batch, args))
+        (*compare.network(state.train_state)(batch.obs),
+         *compare.loss_and_grads(state.train_state, batch, args))
         for ppo, state in ((ppo_eqx, eqx_state), (ppo_flax, flax_state))
     ]  # fmt: skip
     (logits, value, loss, _, grads), (logits2, value2, loss2, _, grads2) = results
     np.testing.assert_allclose(logits, logits2, atol=1e-6)
     np.testing.assert_allclose(value, value2, atol=1e-6)
     np.testing.assert_allclose(loss, loss2, rtol=1e-5)
-    grads = flax_layout(grads)
+    grads = compare.flax_layout(grads)
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(grads2)):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
 
@@ -770,7 +769,7 @@ def test_same_weights_give_the_same_first_iteration():
         params.append(train(state, args, 1)[0].train_state.params)
     assert_same_bits(transitions[0].action, transitions[1].action)
     assert_same_bits(transitions[0].obs, transitions[1].obs)
-    params[0] = flax_layout(params[0])
+    params[0] = compare.flax_layout(params[0])
     for x, y in zip(jax.tree.leaves(params[0]), jax.tree.leaves(params[1])):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
@@ -802,7 +801,7 @@ def alone(variant, x64=False, change=lambda runner_state: runner_state):
         runner_state = change(compare.init(jax.random.key(1), variant, short()))
         train = jax.jit(ppo.train, static_argnames=("args", "num_iterations"))
         runner_state, metrics = jax.device_get(train(runner_state, short(), 20))
-        params = jax.device_get(flax_layout(runner_state.train_state.params))
+        params = jax.device_get(compare.flax_layout(runner_state.train_state.params))
     return {name: x[None] for name, x in metrics.items()}, params
 
 
@@ -850,7 +849,7 @@ def test_a_lane_is_the_script_alone_bit_for_bit():
     train = jax.jit(ppo_eqx.train, static_argnames=("args", "num_iterations"))
     for lane, seed in enumerate((1, 2, 3)):
         runner_state, metrics = train(init(jax.random.key(seed), args), args, 20)
-        params = flax_layout(runner_state.train_state.params)
+        params = compare.flax_layout(runner_state.train_state.params)
         at_lane = lambda tree, lane=lane: jax.tree.map(lambda x: x[lane], tree)
         assert_same_bits(metrics, at_lane(result("equinox")["metrics"]))
         assert_same_bits(params, at_lane(result("equinox")["params"]))
@@ -889,7 +888,7 @@ def test_seeds_start_from_the_same_weights():
     args = short()
     for seed in (1, 2):
         states = [compare.init(jax.random.key(seed), x, args) for x in compare.COLORS]
-        weights = [flax_layout(state.train_state.params) for state in states]
+        weights = [compare.flax_layout(state.train_state.params) for state in states]
         for state, other in zip(states, weights):
             assert_same_bits(other, weights[0])
             assert_same_bits(state.obs, states[0].obs)
@@ -1155,7 +1154,7 @@ def test_checks_of_the_readme_flag_the_fault_and_pass_on_the_scripts():
     weights = (model.actor.layers[1].weight for model in (old_model, default))
     check(5, *(dict(weight=weight) for weight in weights))
 
-    params = flax_layout(after.params)
+    params = compare.flax_layout(after.params)
     layers = dict(params["params"]["actor"])
     layers["layers_2"] = layers["layers_2"] | {"kernel": layers["layers_2"]["kernel"].T}
     copied = {"params": params["params"] | {"actor": layers}}
@@ -1163,7 +1162,7 @@ def test_checks_of_the_readme_flag_the_fault_and_pass_on_the_scripts():
     good = dict(model=model, network=flax_network, params=params, obs=obs)
     check(6, good, dict(params=copied))
 
-    _, value = network(after)(obs)
+    _, value = compare.network(after)(obs)
     check(7, dict(value=value, target=jnp.zeros(len(obs))), dict(value=value[:, None]))
 
     rng = np.random.default_rng(0)

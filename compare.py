@@ -3,7 +3,7 @@
 # dependencies = [
 #     "jax>=0.10,<0.12",
 #     "equinox>=0.13.2,<0.14",
-#     "flax>=0.12,<0.13",
+#     "flax>=0.12.7,<0.13",
 #     "optax>=0.2.6,<0.3",
 #     "gymnax>=1.0.1,<1.1",
 #     "six>=1.16,<2",  # gymnax 1.0.1 imports it and does not declare it

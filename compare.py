@@ -472,11 +472,18 @@ def from_csv(text):
 def plot(args, metrics, steps_per_iteration):
     """PNG: the returns of all seeds, and how far Equinox's metrics are from Flax's."""
     figure = Figure(figsize=(10, 4), dpi=130, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    orders = ("equinox", "equinox-flax-order") if "flax" in metrics else ()
+    orders = [variant for variant in orders if variant in metrics]
+    widths = (3, 2) if orders else (1,)
+    left, *right = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[
+        0
+    ]
     for variant, columns in metrics.items():
-        size = math.ceil(columns["loss"].shape[1] / 100)
+        num_iterations = columns["loss"].shape[1]
+        size = math.ceil(num_iterations / 100)
         returns = np.ma.masked_invalid(mean_returns(columns, size))
-        steps = steps_per_iteration * size * np.arange(1, returns.shape[1] + 1)
+        ends = np.minimum(size * np.arange(1, returns.shape[1] + 1), num_iterations)
+        steps = steps_per_iteration * ends
         mean, error = returns.mean(axis=0), returns.std(axis=0) / len(returns) ** 0.5
         color, same = COLORS[variant], variant == "equinox-flax-order"
         if same:  # as Flax, on top of it
@@ -491,24 +498,21 @@ def plot(args, metrics, steps_per_iteration):
     left.set_title("each seed; mean, with its standard error")
     figure.legend(loc="outside lower center", ncols=len(metrics))
 
-    right.set(xlabel="iteration", ylabel="difference / mean of the metric")
-    right.set_title("largest difference of a metric from Flax")
-    for variant in ("equinox", "equinox-flax-order"):
-        if not {"flax", variant} <= metrics.keys():
-            continue
+    for variant in orders:
         pairs = [(metrics[variant][x], metrics["flax"][x]) for x in LOSSES]
-        distances = np.max(
-            [abs(x - y) / (abs(y).mean() or 1) for x, y in pairs], axis=0
-        )
+        distances = [abs(x - y) / (abs(y).mean() or 1) for x, y in pairs]
+        distances = np.nan_to_num(np.max(distances, axis=0))
         color, label = COLORS[variant], variant
         if distances.any():
             decade = math.floor(math.log10(distances[distances > 0].min()))
-            right.set_yscale("symlog", linthresh=10.0**decade)
-            right.plot(distances.T, color=color, lw=0.7, alpha=0.4)
+            right[0].set_yscale("symlog", linthresh=10.0**decade)
+            right[0].plot(distances.T, color=color, lw=0.7, alpha=0.4)
         else:
             label += ": identical"
-        right.plot(np.median(distances, axis=0), color=color, lw=2.5, label=label)
-        right.legend(loc="center right")
+        right[0].plot(np.median(distances, axis=0), color=color, lw=2.5, label=label)
+        right[0].set(xlabel="iteration", ylabel="difference / mean of the metric")
+        right[0].set_title("largest difference of a metric from Flax")
+        right[0].legend(loc="center right")
     content = io.BytesIO()
     figure.savefig(content)
     return content.getvalue()
@@ -560,10 +564,10 @@ def main(args):
     except KeyboardInterrupt:
         print("\ninterrupted: what has ended is kept", file=sys.stderr)
     if folder and results:
-        draw(args, folder)
         text = summary(args, results)
         write(folder / "summary.md", text.encode())
         print(text)
+        draw(args, folder)
         print(f"written to {folder}", file=sys.stderr)
     sys.exit(130 if len(results) < len(args.variants) else 0)
 

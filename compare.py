@@ -534,7 +534,7 @@ def new_folder(args):
         with open(folder / "returns.csv", "x") as file:
             file.write(to_csv(args, {}))
     except OSError as error:
-        sys.exit(f"--output-dir {folder}: {error.strerror}")
+        sys.exit(f"--output-dir: {error.strerror}: {error.filename}")
     return folder
 
 

@@ -928,6 +928,7 @@ def test_results_table():
 
 def run_main(monkeypatch, folder, stop_at=None):
     """Run compare.main on results that are there, until Ctrl-C at some variant."""
+    results()
 
     def run(variant, args):
         if variant == stop_at:

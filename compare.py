@@ -189,9 +189,8 @@ def compile_for_all(function, lanes):
     return jax.jit(spread).lower(lanes).compile()
 
 
-def run(variant, args):
-    """Train and evaluate one lane per seed: metrics (S, I), params, returns, speed."""
-    ppo = ppo_flax if variant == "flax" else ppo_eqx
+def start_lanes(variant, args):
+    """Runner states of all seeds, stacked and spread, and how many a device takes."""
     # All devices take equally many: fill up with seeds that are dropped in the end.
     per_device = math.ceil(args.num_seeds / jax.device_count())
     seeds = np.resize(np.arange(args.num_seeds), per_device * jax.device_count())
@@ -199,7 +198,13 @@ def run(variant, args):
     lanes = [init(jax.random.key(args.seed + int(i)), variant, args) for i in seeds]
     sharding = NamedSharding(MESH, LANES)
     spread = lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
-    lanes = jax.tree.map(lambda *x: spread(jnp.stack(x)), *lanes)
+    return jax.tree.map(lambda *x: spread(jnp.stack(x)), *lanes), per_device
+
+
+def run(variant, args):
+    """Train and evaluate one lane per seed: metrics (S, I), params, returns, speed."""
+    ppo = ppo_flax if variant == "flax" else ppo_eqx
+    lanes, per_device = start_lanes(variant, args)
 
     def gather(tree):
         tree = process_allgather(tree, tiled=True)
@@ -469,15 +474,8 @@ def from_csv(text):
     return dict(zip(variants, columns)), int(rows[0][3])
 
 
-def plot(args, metrics, steps_per_iteration):
-    """PNG: the returns of all seeds, and how far Equinox's metrics are from Flax's."""
-    figure = Figure(figsize=(10, 4), dpi=130, layout="constrained")
-    orders = ("equinox", "equinox-flax-order") if "flax" in metrics else ()
-    orders = [variant for variant in orders if variant in metrics]
-    widths = (3, 2) if orders else (1,)
-    left, *right = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[
-        0
-    ]
+def plot_returns(axes, metrics, steps_per_iteration):
+    """Draw the mean return of each seed, and their mean with its standard error."""
     for variant, columns in metrics.items():
         num_iterations = columns["loss"].shape[1]
         size = math.ceil(num_iterations / 100)
@@ -487,32 +485,46 @@ def plot(args, metrics, steps_per_iteration):
         mean, error = returns.mean(axis=0), returns.std(axis=0) / len(returns) ** 0.5
         color, same = COLORS[variant], variant == "equinox-flax-order"
         if same:  # as Flax, on top of it
-            left.plot(steps, mean, ":", color=color, lw=2, label=variant, zorder=4)
+            axes.plot(steps, mean, ":", color=color, lw=2, label=variant, zorder=4)
             continue
-        left.plot(steps, returns.T, color=color, lw=0.7, alpha=0.4)
-        left.fill_between(steps, mean - error, mean + error, color=color, alpha=0.2)
-        left.plot(steps, mean, color=color, lw=2.5, label=variant, zorder=3)
-    if args.env_id == "CartPole-v1":
-        left.axhline(500, color="gray", ls="--", lw=1)
-    left.set(xlabel="environment steps", ylabel="episode return")
-    left.set_title("each seed; mean, with its standard error")
-    figure.legend(loc="outside lower center", ncols=len(metrics))
+        axes.plot(steps, returns.T, color=color, lw=0.7, alpha=0.4)
+        axes.fill_between(steps, mean - error, mean + error, color=color, alpha=0.2)
+        axes.plot(steps, mean, color=color, lw=2.5, label=variant, zorder=3)
+    axes.set(xlabel="environment steps", ylabel="episode return")
+    axes.set_title("each seed; mean, with its standard error")
 
-    for variant in orders:
-        pairs = [(metrics[variant][x], metrics["flax"][x]) for x in LOSSES]
-        distances = [abs(x - y) / (abs(y).mean() or 1) for x, y in pairs]
-        distances = np.nan_to_num(np.max(distances, axis=0))
-        color, label = COLORS[variant], variant
-        if distances.any():
-            decade = math.floor(math.log10(distances[distances > 0].min()))
-            right[0].set_yscale("symlog", linthresh=10.0**decade)
-            right[0].plot(distances.T, color=color, lw=0.7, alpha=0.4)
-        else:
-            label += ": identical"
-        right[0].plot(np.median(distances, axis=0), color=color, lw=2.5, label=label)
-        right[0].set(xlabel="iteration", ylabel="difference / mean of the metric")
-        right[0].set_title("largest difference of a metric from Flax")
-        right[0].legend(loc="center right")
+
+def plot_distance(axes, metrics, variant):
+    """Draw how far the metrics of a variant are from Flax's: all seeds, the median."""
+    pairs = [(metrics[variant][x], metrics["flax"][x]) for x in LOSSES]
+    distances = [abs(x - y) / (abs(y).mean() or 1) for x, y in pairs]
+    distances = np.nan_to_num(np.max(distances, axis=0))
+    color, label = COLORS[variant], variant
+    if distances.any():
+        decade = math.floor(math.log10(distances[distances > 0].min()))
+        axes.set_yscale("symlog", linthresh=10.0**decade)
+        axes.plot(distances.T, color=color, lw=0.7, alpha=0.4)
+    else:
+        label += ": identical"
+    axes.plot(np.median(distances, axis=0), color=color, lw=2.5, label=label)
+    axes.set(xlabel="iteration", ylabel="difference / mean of the metric")
+    axes.set_title("largest difference of a metric from Flax")
+    axes.legend(loc="center right")
+
+
+def plot(args, metrics, steps_per_iteration):
+    """PNG: the returns, and how far Equinox's metrics are from Flax's, if both ran."""
+    compared = [x for x in ("equinox", "equinox-flax-order") if x in metrics]
+    widths = (3, 2) if compared and "flax" in metrics else (1,)
+    figure = Figure(figsize=(10, 4), dpi=130, layout="constrained")
+    axes = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
+    plot_returns(axes[0], metrics, steps_per_iteration)
+    if args.env_id == "CartPole-v1":
+        axes[0].axhline(500, color="gray", ls="--", lw=1)
+    figure.legend(loc="outside lower center", ncols=len(metrics))
+    if len(axes) > 1:
+        for variant in compared:
+            plot_distance(axes[1], metrics, variant)
     content = io.BytesIO()
     figure.savefig(content)
     return content.getvalue()

@@ -89,6 +89,7 @@ MESH, LANES = Mesh(jax.devices(), "seeds"), PartitionSpec("seeds")
 LOSSES = ("loss", *ppo_eqx.LOSSES)
 METRICS = ("episode_return", "min_return", "episodes", *LOSSES)
 Variant = Literal["flax", "equinox", "equinox-flax-order", "equinox-no-opt-state"]
+make_env = functools.cache(ppo_eqx.make_env)
 COLORS = dict(zip(get_args(Variant), ("#0072B2", "#E69F00", "#000000", "#009E73")))
 
 
@@ -105,7 +106,7 @@ class Args(ppo_eqx.Args, Cluster):
     def __post_init__(self):
         """Raise ValueError, in one line, for the first value that makes no sense."""
         ppo_eqx.Args.__post_init__(self)
-        ppo_flax.make_env(self.env_id)  # outside jit, as the one above
+        make_env(self.env_id)
         Cluster.__post_init__(self)
         if not 1 <= self.num_seeds <= 2**32 - self.seed:
             raise ValueError(
@@ -136,7 +137,7 @@ class NoOptState(ppo_eqx.TrainState):
 
     def apply_gradients(self, *, grads):
         train_state = super().apply_gradients(grads=grads)
-        return dataclasses.replace(train_state, opt_state=self.opt_state)
+        return NoOptState(train_state.model, self.opt_state, self.tx)
 
 
 def flax_layout(params):
@@ -157,18 +158,18 @@ def flax_layout(params):
 @functools.partial(jax.jit, static_argnames=("variant", "args"))
 def init(key, variant, args):
     """Runner state of a variant: of one key, all have the same weights and the rest."""
-    runner_state = ppo_eqx.init(key, args)
+    env = make_env(args.env_id)
+    runner_state = ppo_eqx.init(key, env, args)
     train_state = runner_state.train_state
     if variant == "flax":
-        params = flax_layout(train_state.params)
-        runner_state = ppo_flax.init(key, args)
+        params = flax_layout(train_state.model)
+        runner_state = ppo_flax.init(key, env, args)
         train_state = runner_state.train_state.replace(params=params)
     elif variant == "equinox-flax-order":
         layers = lambda model: (*model.actor.layers, *model.critic.layers)
         model = eqx.tree_at(layers, train_state.model, replace_fn=FlaxOrderLinear)
-        params, static = eqx.partition(model, eqx.is_inexact_array)
-        opt_state, tx = train_state.tx.init(params), train_state.tx
-        train_state = ppo_eqx.TrainState(params, opt_state, static, tx)
+        tx = train_state.tx
+        train_state = ppo_eqx.TrainState(model, tx.init(model), tx)
     elif variant == "equinox-no-opt-state":
         train_state = NoOptState(**vars(train_state))
     return runner_state._replace(train_state=train_state)
@@ -204,6 +205,7 @@ def start_lanes(variant, args):
 def run(variant, args):
     """Train and evaluate one lane per seed: metrics (S, I), params, returns, speed."""
     ppo = ppo_flax if variant == "flax" else ppo_eqx
+    env = make_env(args.env_id)
     lanes, per_device = start_lanes(variant, args)
 
     def gather(tree):
@@ -213,14 +215,14 @@ def run(variant, args):
     def evaluate(runner_state):
         # With the keys of the script: these are the returns that it prints.
         keys = jax.random.split(runner_state.key)
-        one = lambda x: ppo.evaluate(runner_state.train_state, x[0], args, greedy=x[1])
+        one = lambda x: ppo.evaluate(runner_state.train_state, x[0], env, args, x[1])
         return jax.lax.map(one, (keys, jnp.array([True, False])))
 
     # Equal chunks, so that it compiles once, of about a second, so that progress shows.
     most = max(1, 200_000 // (per_device * args.batch_size))
     chunk = max(n for n in range(1, most + 1) if args.num_iterations % n == 0)
     start = time.perf_counter()
-    train = functools.partial(ppo.train, args=args, num_iterations=chunk)
+    train = functools.partial(ppo.train, env=env, args=args, num_iterations=chunk)
     train = compile_for_all(train, lanes)
     compile_seconds, start = time.perf_counter() - start, time.perf_counter()
     chunks = []
@@ -235,7 +237,7 @@ def run(variant, args):
     greedy, sampled = gather(compile_for_all(evaluate, lanes)(lanes)).swapaxes(0, 1)
     return dict(
         metrics=jax.tree.map(lambda *x: np.concatenate(x, axis=1), *chunks),
-        params=gather(flax_layout(lanes.train_state.params)),
+        params=gather(flax_layout(params_of(lanes.train_state))),
         opt_state=gather(lanes.train_state.opt_state),
         greedy=greedy,
         sampled=sampled,
@@ -255,12 +257,12 @@ def progress(text, last):
 def run_alone(args):
     """Train the first seed as `python ppo_eqx.py` does: metrics (1, I), steps/s."""
     runner_state = init(jax.random.key(args.seed), "equinox", args)
-    train = jax.jit(ppo_eqx.train, static_argnames=("args", "num_iterations"))
-    train = train.lower(runner_state, args, args.iterations_per_report).compile()
-    chunks, start = [], time.perf_counter()
-    for _ in range(args.num_iterations // args.iterations_per_report):
-        runner_state, metrics = jax.block_until_ready(train(runner_state))
-        chunks.append(metrics)
+    train = jax.jit(ppo_eqx.train, static_argnames=("env", "args", "num_iterations"))
+    env, chunks = make_env(args.env_id), []
+    train = train.lower(runner_state, env, args, args.num_iterations).compile()
+    start = time.perf_counter()
+    runner_state, metrics = jax.block_until_ready(train(runner_state))
+    chunks.append(metrics)
     seconds = time.perf_counter() - start
     metrics = jax.tree.map(lambda *x: np.concatenate(x)[None], *chunks)
     return metrics, args.num_iterations * args.batch_size / seconds
@@ -273,37 +275,46 @@ def network(train_state):
     return functools.partial(train_state.apply_fn, train_state.params)
 
 
+def params_of(train_state):
+    """The trained arrays of a train state of either library."""
+    return (
+        train_state.model if isinstance(train_state, eqx.Module) else train_state.params
+    )
+
+
 def loss_and_grads(train_state, batch, args):
     """Loss (), its parts and the gradients of a minibatch, in either library."""
 
     def loss(params):
         if isinstance(train_state, ppo_eqx.TrainState):
-            model = dataclasses.replace(train_state, params=params).model
-            return ppo_eqx.ppo_loss(model, batch, args)
+            return ppo_eqx.ppo_loss(params, batch, args)
         return ppo_flax.ppo_loss(params, train_state.apply_fn, batch, args)
 
-    (value, parts), grads = jax.value_and_grad(loss, has_aux=True)(train_state.params)
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    (value, parts), grads = gradient(params_of(train_state))
     return value, parts, grads
 
 
 @functools.partial(jax.jit, static_argnames=("variant", "args"))
 def first_iteration(runner_state, variant, args):
     """The rungs of the parity ladder: what the first iteration computes on its way."""
-    ppo = ppo_flax if variant == "flax" else ppo_eqx
+    env = make_env(args.env_id)
     train_state = runner_state.train_state
-    last, steps = ppo.rollout(runner_state, args)
-    outputs = jax.vmap(network(train_state))
-    logits, values = outputs(jnp.concatenate([steps.obs, last.obs[None]]))
-    _, final_values = outputs(steps.final_observation)
-    advantages, targets = ppo.compute_gae(steps, values, final_values, args)
-    recorded = (steps.obs, steps.action, steps.log_prob, values[:-1])
-    batch = ppo.Batch(*recorded, advantages, targets)
-    flat = lambda x: x.reshape(-1, *x.shape[2:])[: args.minibatch_size]
-    loss, _, grads = loss_and_grads(train_state, jax.tree.map(flat, batch), args)
-    after, _ = ppo.train(runner_state, args, 1)
-    layout = map(flax_layout, (train_state.params, grads, after.train_state.params))
-    weights, grads, after = layout
-    first_steps = (steps.action, steps.obs, logits, values, advantages)
+    if variant == "flax":
+        ppo, model = ppo_flax, (train_state.params, train_state.apply_fn)
+    else:
+        ppo, model = ppo_eqx, (train_state.model,)
+    _, steps = ppo.rollout(runner_state, env, args)
+    logits, _ = jax.vmap(network(train_state))(steps.obs)
+    batch = ppo.make_batch(*model, steps, args)
+    minibatch = jax.tree.map(
+        lambda x: x[: args.batch_size // args.num_minibatches], batch
+    )
+    loss, _, grads = loss_and_grads(train_state, minibatch, args)
+    after, _ = ppo.train(runner_state, env, args, 1)
+    trees = (params_of(train_state), grads, params_of(after.train_state))
+    weights, grads, after = map(flax_layout, trees)
+    first_steps = (steps.action, steps.obs, logits, batch.value, batch.advantage)
     return (weights, *first_steps, loss, grads, after)
 
 

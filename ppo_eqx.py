@@ -93,11 +93,11 @@ class Args:
 def make_linear(in_size, out_size, scale, key):
     """Layer (in_size,) -> (out_size,) with an orthogonal weight and a zero bias."""
     # An eqx.nn.Linear computes weight @ x + bias: weight (out, in) is the transpose of
-    # Flax's kernel. It has no option for its initial arrays; tree_at replaces them.
-    linear_key, weight_key = jax.random.split(key)
-    linear = eqx.nn.Linear(in_size, out_size, key=linear_key)
-    weight = jax.nn.initializers.orthogonal(scale)(weight_key, linear.weight.shape)
-    arrays = (weight, jnp.zeros_like(linear.bias))
+    # Flax's kernel. It has no option for its initial arrays: of the shapes alone, which
+    # is what filter_eval_shape gives, tree_at makes the layer.
+    linear = eqx.filter_eval_shape(eqx.nn.Linear, in_size, out_size, key=key)
+    weight = jax.nn.initializers.orthogonal(scale)(key, linear.weight.shape)
+    arrays = (weight, jnp.zeros(out_size))
     return eqx.tree_at(lambda linear: (linear.weight, linear.bias), linear, arrays)
 
 
